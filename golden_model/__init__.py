@@ -1,0 +1,1 @@
+"""Golden model of delta45: configuration, images, float reference and integer model."""
