@@ -47,10 +47,10 @@ class Fixed:
 class Formats:
     """Number formats of the datapath (see docs/numerics.md for the reasons)."""
 
-    activation: Fixed = Fixed(18, 14)
+    activation: Fixed = Fixed(20, 14)
     residual: Fixed = Fixed(24, 18)
     key: Fixed = Fixed(17, 15)
-    state: Fixed = Fixed(20, 16)
+    state: Fixed = Fixed(21, 18)
     cache: Fixed = Fixed(16, 12)
 
 

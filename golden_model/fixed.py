@@ -129,6 +129,7 @@ def reciprocal_table() -> tuple[Ints, Ints]:
 
 
 def _normalise(n: int, even: bool) -> tuple[int, int]:
+    n = max(n, 1)  # the hardware treats 0 as 1
     shift = SCALAR_WIDTH - n.bit_length()
     if even:
         shift &= ~1
@@ -144,7 +145,7 @@ def _interpolate(table: tuple[Ints, Ints], first: int, normalised: int) -> int:
 
 
 def rsqrt(n: int) -> tuple[int, int]:
-    """1/sqrt of a positive integer below 2**SCALAR_WIDTH.
+    """1/sqrt of an integer below 2**SCALAR_WIDTH; 0 counts as 1.
 
     Returns ``(m, h)`` with ``1/sqrt(n) = m · 2**-(16+h)`` and m of 17 bits.
     """
@@ -153,6 +154,6 @@ def rsqrt(n: int) -> tuple[int, int]:
 
 
 def reciprocal(n: int) -> tuple[int, int]:
-    """1/n of a positive integer: ``(m, e)`` with ``1/n = m · 2**-(16+e)``."""
+    """1/n of an integer (0 counts as 1): ``(m, e)`` with ``1/n = m · 2**-(16+e)``."""
     normalised, shift = _normalise(int(n), even=False)
     return _interpolate(reciprocal_table(), 128, normalised), SCALAR_WIDTH - shift
