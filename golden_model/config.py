@@ -110,7 +110,7 @@ class HardwareConfig:
     state_lanes: int
     attention_split: int
     resident: tuple[str, ...] = ()
-    logits_fifo: int = 8
+    logits_fifo: int = 16
     formats: Formats = field(default_factory=Formats)
 
 
@@ -272,7 +272,7 @@ def _check(config: Config) -> None:
     require(m.kda_heads <= 8, "model.kda_heads", "at most 8")
     require(m.n_heads <= 8, "model.n_heads", "at most 8")
     require(16 <= m.d_model <= 64, "model.d_model", "must be between 16 and 64")
-    require(16 <= m.vocab <= 65536, "model.vocab", "must be between 16 and 65536")
+    require(16 <= m.vocab <= 8192, "model.vocab", "must be between 16 and 8192")
     require(8 <= m.max_seq <= 1024, "model.max_seq", "must be between 8 and 1024")
     require(m.group_size in (64, 128), "model.group_size", "must be 64 or 128")
     require(max(m.seq_lens) <= m.max_seq, "model.seq_lens", "cannot exceed model.max_seq")
@@ -305,7 +305,8 @@ def _check(config: Config) -> None:
         "hardware.attention_split",
         "leaves fewer lanes than hardware.vector_lanes for mla_dk, mla_dr or mla_dv",
     )
-    require(4 <= h.logits_fifo <= 64, "hardware.logits_fifo", "must be between 4 and 64")
+    require(8 <= h.logits_fifo <= 64, "hardware.logits_fifo", "must be between 8 and 64")
+    require(m.d_ff >= 2 * v, "hardware.vector_lanes", "d_ff must hold at least two words of lanes")
     require(
         fmts.residual.frac >= max(fmts.activation.frac, fmts.state.frac, fmts.cache.frac)
         and fmts.activation.frac >= fmts.cache.frac
