@@ -12,10 +12,10 @@ from amaranth.lib import data, enum, wiring
 from amaranth.lib.wiring import In, Out
 
 from golden_model.image import HEADER_BYTES, align16
+from hdl.header import HEADER_BEATS
 from hdl.layouts import lanes
 from hdl.program import Program, rom
 
-HEADER_BEATS = 8  # words 0 to 31 of the header; the rest is zero
 #: Jobs that may wait for their answers.
 JOBS = 8
 
@@ -121,9 +121,10 @@ class Fetch(wiring.Component):
         choice = Signal(4)
         m.d.comb += choice.eq(Array(self.chosen)[shape["rank"]])
 
+        first = Signal()  # the first token's ids and embedding are still to be asked for
         with m.If(self.start):
             m.d.sync += [loaded[i].eq(0) for i in range(model.n_layers)]
-            m.d.sync += [position.eq(0), choices.eq(0), groups_asked.eq(0)]
+            m.d.sync += [position.eq(0), choices.eq(0), groups_asked.eq(0), first.eq(1)]
 
         def job(kind: Job, index: object = 0, expert: object = 0) -> None:
             m.d.comb += [
@@ -147,7 +148,7 @@ class Fetch(wiring.Component):
         next_position = position + 1
         more = Signal()
         m.d.comb += more.eq(next_position != self.seq_len)
-        embedding = self._embedding(m)
+        embedding = EmbeddingAddress(program)
 
         with m.FSM():
             with m.State("IDLE"):
@@ -186,21 +187,16 @@ class Fetch(wiring.Component):
                     m.next = "PARAM"
                     with m.If(param == len(params) - 1):
                         m.next = "TOKENS"
-            with m.State("TOKENS"):  # four ids at a time, a token ahead
+            with m.State("TOKENS"):  # four ids at a time
                 job(Job.TOKENS)
-                ahead = Mux(groups_asked == 0, 0, next_position)
-                first = Signal(name="first_group")
-                linear((self.tokens >> 4) + (Mux(first, 0, next_position) >> 2), 1)
-                m.d.comb += first.eq((position == 0) & (op == 0))
+                linear(self.tokens >> 4, 1)
                 with m.If(self.job_ready):
                     m.d.sync += groups_asked.eq(groups_asked + 1)
                     m.next = "TOKENS_READ"
             with m.State("TOKENS_READ"):
                 self._linear(m, at, left)
                 with m.If(left == 0):
-                    m.next = "PRODUCT"
-                    with m.If(first):
-                        m.next = "EMBEDDING"
+                    m.next = "EMBEDDING"
             with m.State("EMBEDDING"):
                 row = Mux(first, 0, next_position)
                 token = self.token_group[row[:2]]
@@ -223,13 +219,10 @@ class Fetch(wiring.Component):
             with m.State("EMBEDDING_Z"):
                 self._linear(m, at, left)
                 with m.If(left == 0):
-                    m.next = "PRODUCT"
-                    with m.If(first):
-                        m.d.sync += op.eq(0)
-                        m.next = "NEXT"
-                    with m.Else():
+                    m.d.sync += first.eq(0)
+                    with m.If(~first):
                         m.d.sync += position.eq(next_position)
-                        m.next = "NEXT"
+                    m.next = "NEXT"
             with m.State("NEXT"):  # ids of the token after this one, where they start a group
                 m.d.sync += op.eq(0)
                 m.next = "PRODUCT"
@@ -271,14 +264,13 @@ class Fetch(wiring.Component):
                     beat.eq(0),
                 ]
                 m.next = "S0"
-            z_state = "Z"
             with m.State("S0"):
                 m.d.comb += [
                     self.valid.eq(1),
                     self.address.eq(s_block + Mux(group, shape["columns"] << 1, 0)),
                 ]
                 with m.If(self.ready):
-                    m.next = z_state
+                    m.next = "Z"
                     with m.If(shape["two_s"]):
                         m.next = "S1"
             with m.State("S1"):
@@ -287,8 +279,8 @@ class Fetch(wiring.Component):
                     self.address.eq(s_block + Mux(group, shape["columns"] << 1, 0) + 1),
                 ]
                 with m.If(self.ready):
-                    m.next = z_state
-            with m.State(z_state):
+                    m.next = "Z"
+            with m.State("Z"):
                 m.d.comb += [
                     self.valid.eq(1),
                     self.address.eq(z_block + Mux(group, shape["columns"], 0)),
@@ -392,9 +384,6 @@ class Fetch(wiring.Component):
                 "last_of_layer", [int(i in last_of_layer) for i in range(len(products))]
             ),
         }
-
-    def _embedding(self, m: Module) -> EmbeddingAddress:
-        return EmbeddingAddress(self.program)
 
 
 class EmbeddingAddress:

@@ -75,6 +75,10 @@ class MatVec(wiring.Component):
         Whether the logits unit takes another block (16 columns) of a throttled product.
     block_issued : Out
         A block of a throttled product was issued.
+    running : Out
+        The input of an accepted product is still being read.
+    scales_used : Out
+        The last scales of a block of a streamed matrix are read in this cycle.
     y : Out(result_stream)
     """
 
@@ -105,6 +109,8 @@ class MatVec(wiring.Component):
                 "scale_data": In(SCALE_WORD),
                 "room": In(1),
                 "block_issued": Out(1),
+                "running": Out(1),
+                "scales_used": Out(1),
                 "y": Out(result_stream(config)),
             }
         )
@@ -128,6 +134,7 @@ class MatVec(wiring.Component):
                 "last_group": 1,
                 "first_block": 1,
                 "last_block": 1,
+                "streamed": 1,
                 "tag": TAG,
             }
         )
@@ -211,6 +218,7 @@ class MatVec(wiring.Component):
                 meta1.last_group.eq(last_group),
                 meta1.first_block.eq(block == 0),
                 meta1.last_block.eq(last_block),
+                meta1.streamed.eq(cmd.streamed),
                 meta1.tag.eq(cmd.tag),
             ]
             with m.If(cmd.streamed):
@@ -249,7 +257,9 @@ class MatVec(wiring.Component):
             with m.If(last2):
                 m.d.sync += held[c].eq(total)
         m.d.comb += [
+            self.running.eq(active),
             self.scale_re.eq(last2),
+            self.scales_used.eq(last2 & meta2.last_group & meta2.streamed),
             self.scale_address.eq(meta2.scales),
             self.group.eq(meta2.group),
         ]

@@ -34,6 +34,8 @@ class Norm(wiring.Component):
         Gates of all heads of a delta-attention layer, UNIT_FRAC fractional bits.
     gate_ready : Out
         Whether a new gate may come: the one before was used up.
+    hold : In
+        The place of the result is still being read: do not write yet.
     params : In(PARAM_WRITE)
     scalar : Out(ScalarPort)
         Reciprocal square root.
@@ -51,6 +53,7 @@ class Norm(wiring.Component):
                 "x": In(vector_stream(config)),
                 "gate": In(vector_stream(config)),
                 "gate_ready": Out(1),
+                "hold": In(1),
                 "params": In(PARAM_WRITE),
                 "scalar": Out(ScalarPort()),
                 "write": Out(slot_write(config)),
@@ -134,10 +137,11 @@ class Norm(wiring.Component):
                     ]
                     m.next = "EMIT"
             with m.State("EMIT"):
-                m.d.comb += issue.eq(1)
-                m.d.sync += word.eq(word + 1)
-                with m.If(word == (1 << job.log_words) - 1):
-                    m.next = "DRAIN"
+                m.d.comb += issue.eq(~self.hold)
+                with m.If(issue):
+                    m.d.sync += word.eq(word + 1)
+                    with m.If(word == (1 << job.log_words) - 1):
+                        m.next = "DRAIN"
             with m.State("DRAIN"):
                 with m.If(finishing):
                     m.next = "IDLE"
