@@ -160,6 +160,7 @@ class Receive(wiring.Component):
         count = Signal(16)
         shape = self._shapes(m, job.index)
         take = Signal()
+        matrix_go, matrix_done = Signal(), Signal()
         m.d.comb += take.eq(self.rsp_valid & self.rsp_ready)
         with m.If(self.start):
             m.d.sync += [self.tensors_known.eq(0), self.token_groups.eq(0)]
@@ -231,7 +232,11 @@ class Receive(wiring.Component):
             with m.State("EMBEDDING_OUT"):
                 with m.If(embed.done):
                     m.next = "IDLE"
-            self._matrix(m, job, shape, take)
+            with m.State("MATRIX"):
+                m.d.comb += matrix_go.eq(1)
+                with m.If(matrix_done):
+                    m.next = "IDLE"
+        self._matrix(m, job, shape, take, matrix_go, matrix_done)
         m.d.comb += [
             self.params.unit.eq(shape["param_unit"]),
             self.params.address.eq(shape["param_address"] + count),
@@ -239,7 +244,15 @@ class Receive(wiring.Component):
         ]
         return m
 
-    def _matrix(self, m: Module, job: data.View, shape: dict[str, Signal], take: Signal) -> None:
+    def _matrix(
+        self,
+        m: Module,
+        job: data.View,
+        shape: dict[str, Signal],
+        take: Signal,
+        go: Signal,
+        done: Signal,
+    ) -> None:
         """States of a matrix: per block scales and zero points, then the weights."""
         hw = self.config.hardware
         banks = hw.rows // 2
@@ -265,44 +278,6 @@ class Receive(wiring.Component):
                 self.scale_wstrb.eq(strobe),
             ]
 
-        with m.State("MATRIX"):
-            m.d.sync += [
-                block.eq(0),
-                group.eq(0),
-                pair.eq(0),
-                bank.eq(0),
-                store_at.eq(shape["store"] + job.expert * self.program.expert_words),
-                scale_at.eq(shape["scales"] + job.expert * self.program.expert_scales),
-            ]
-            with m.If(~shape["routed"]):
-                m.d.sync += [store_at.eq(shape["store"]), scale_at.eq(shape["scales"])]
-            m.next = "S0"
-            with m.If(~resident):
-                m.d.sync += scale_at.eq(Mux(parity, 2, 0))
-                m.next = "OPEN"
-        with m.State("OPEN"):  # a set of scales for a block of a streamed matrix
-            with m.If(sets != 2):
-                m.d.comb += opened.eq(1)
-                m.next = "S0"
-        with m.State("S0"):
-            scale_beat(0b001)
-            with m.If(take):
-                m.next = "Z"
-                with m.If(shape["two_s"]):
-                    m.next = "S1"
-        with m.State("S1"):
-            scale_beat(0b010)
-            with m.If(take):
-                m.next = "Z"
-        with m.State("Z"):
-            scale_beat(0b100)
-            with m.If(take):
-                m.d.sync += [group.eq(group + 1), scale_at.eq(scale_at + 1)]
-                m.next = "S0"
-                with m.If(group == shape["groups"]):
-                    m.d.sync += group.eq(0)
-                    m.next = "Q"
-
         # Row pairs: a beat of a narrow matrix holds several.
         sub = Signal(4)
         subs = shape["subs"]
@@ -317,40 +292,80 @@ class Receive(wiring.Component):
         full = bank == banks - 1 if banks > 1 else 1
         earlier = [Signal(128, name=f"pair{i}") for i in range(banks - 1)]
         m.d.comb += self.word.eq(Cat(*earlier, pair_data))
-        with m.State("Q"):
-            if all_resident:
-                m.d.comb += step.eq(self.rsp_valid & ~self.store_busy)
-            else:
-                m.d.comb += self.word_valid.eq(self.rsp_valid & full & ~resident)
-                streamed = self.rsp_valid & (~full | self.word_ready)
-                if any_resident:
-                    m.d.comb += step.eq(
-                        Mux(resident, self.rsp_valid & ~self.store_busy, streamed)
-                    )
-                else:
-                    m.d.comb += step.eq(streamed)
-            m.d.comb += [
-                self.we.eq(step & resident),
-                self.rsp_ready.eq(step & ((sub == subs) | last_pair)),
-            ]
-            with m.If(step):
-                m.d.sync += [pair.eq(pair + 1), sub.eq(sub + 1), bank.eq(bank + 1)]
-                for i, kept in enumerate(earlier):
-                    with m.If(bank == i):
-                        m.d.sync += kept.eq(pair_data)
-                with m.If(full):
-                    m.d.sync += [store_at.eq(store_at + 1), bank.eq(0)]
-                with m.If((sub == subs) | last_pair):
-                    m.d.sync += sub.eq(0)
-                with m.If(last_pair):
-                    m.d.sync += [pair.eq(0), block.eq(block + 1), parity.eq(parity ^ ~resident)]
+        with m.FSM(name="matrix"):
+            with m.State("IDLE"):
+                m.d.sync += [
+                    block.eq(0),
+                    group.eq(0),
+                    pair.eq(0),
+                    bank.eq(0),
+                    store_at.eq(shape["store"] + job.expert * self.program.expert_words),
+                    scale_at.eq(shape["scales"] + job.expert * self.program.expert_scales),
+                ]
+                with m.If(~shape["routed"]):
+                    m.d.sync += [store_at.eq(shape["store"]), scale_at.eq(shape["scales"])]
+                with m.If(~resident):
+                    m.d.sync += scale_at.eq(Mux(parity, 2, 0))
+                with m.If(go):
                     m.next = "S0"
                     with m.If(~resident):
-                        m.d.sync += scale_at.eq(Mux(parity, 0, 2))
                         m.next = "OPEN"
-                    with m.If(block == shape["blocks"]):
-                        m.d.comb += self.loaded.eq(resident)
-                        m.next = "IDLE"
+            with m.State("OPEN"):  # a set of scales for a block of a streamed matrix
+                with m.If(sets != 2):
+                    m.d.comb += opened.eq(1)
+                    m.next = "S0"
+            with m.State("S0"):
+                scale_beat(0b001)
+                with m.If(take):
+                    m.next = "Z"
+                    with m.If(shape["two_s"]):
+                        m.next = "S1"
+            with m.State("S1"):
+                scale_beat(0b010)
+                with m.If(take):
+                    m.next = "Z"
+            with m.State("Z"):
+                scale_beat(0b100)
+                with m.If(take):
+                    m.d.sync += [group.eq(group + 1), scale_at.eq(scale_at + 1)]
+                    m.next = "S0"
+                    with m.If(group == shape["groups"]):
+                        m.d.sync += group.eq(0)
+                        m.next = "Q"
+            with m.State("Q"):
+                if all_resident:
+                    m.d.comb += step.eq(self.rsp_valid & ~self.store_busy)
+                else:
+                    m.d.comb += self.word_valid.eq(self.rsp_valid & full & ~resident)
+                    streamed = self.rsp_valid & (~full | self.word_ready)
+                    if any_resident:
+                        m.d.comb += step.eq(
+                            Mux(resident, self.rsp_valid & ~self.store_busy, streamed)
+                        )
+                    else:
+                        m.d.comb += step.eq(streamed)
+                m.d.comb += [
+                    self.we.eq(step & resident),
+                    self.rsp_ready.eq(step & ((sub == subs) | last_pair)),
+                ]
+                with m.If(step):
+                    m.d.sync += [pair.eq(pair + 1), sub.eq(sub + 1), bank.eq(bank + 1)]
+                    for i, kept in enumerate(earlier):
+                        with m.If(bank == i):
+                            m.d.sync += kept.eq(pair_data)
+                    with m.If(full):
+                        m.d.sync += [store_at.eq(store_at + 1), bank.eq(0)]
+                    with m.If((sub == subs) | last_pair):
+                        m.d.sync += sub.eq(0)
+                    with m.If(last_pair):
+                        m.d.sync += [pair.eq(0), block.eq(block + 1), parity.eq(parity ^ ~resident)]
+                        m.next = "S0"
+                        with m.If(~resident):
+                            m.d.sync += scale_at.eq(Mux(parity, 0, 2))
+                            m.next = "OPEN"
+                        with m.If(block == shape["blocks"]):
+                            m.d.comb += [self.loaded.eq(resident), done.eq(1)]
+                            m.next = "IDLE"
         m.d.comb += [
             self.bank.eq(bank),
             self.waddr.eq(store_at),

@@ -1,0 +1,1 @@
+"""Simulation of the chip: cocotb on Verilator, against the golden model."""
