@@ -63,14 +63,13 @@ def write_verilog(config: Config, folder: Path, top: str = "delta45_top") -> Exp
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, result = Path(scratch) / "top.il", Path(scratch) / "top.v"
         source.write_text(text)
-        yosys.log_to_stdout(False) if hasattr(yosys, "log_to_stdout") else None
         design = yosys.Design()
         for command in (
             f"read_rtlil {source}",
             *_PASSES,
             f"write_verilog -norename -noattr {result}",
         ):
-            yosys.run_pass(command, design)
+            yosys.run_pass(f"tee -q {command}", design)
         write_atomically(exported.design, result.read_text())
     write_atomically(exported.models, MEMORY_MODELS)
     write_atomically(exported.file_list, f"{exported.design.name}\n{exported.models.name}\n")

@@ -6,24 +6,24 @@ module bench #(
     parameter BEATS = 32768,  // memory size in beats of 16 bytes
     parameter STEPS = 128     // steps of the sequencer's program, for the profile
 ) (
-    input  wire        clk,
-    input  wire        rst_n,
-    input  wire        load,          // read the image file
-    input  wire        dump,          // write memory and profile out
-    input  wire        run,           // hold until the command is taken
-    input  wire [31:0] latency,       // least cycles from request to answer
-    input  wire [31:0] jitter,        // up to so many more
-    input  wire [31:0] refuse,        // per mille of cycles without mem_req_ready
-    input  wire [31:0] stall,         // per mille of cycles without an answer
-    input  wire [27:0] out_first,     // writes must lie in these beats
-    input  wire [27:0] out_last,
-    output reg         done,
-    output reg  [31:0] cycles,        // from the command's acceptance to DONE
-    output reg  [31:0] read_beats,
-    output reg  [31:0] write_beats,
-    output reg  [31:0] last_write,    // beat address of the latest write
-    output reg  [31:0] answer,
-    output reg  [31:0] violation      // 0, or the number of the broken rule
+    input  wire        clk /*verilator public_flat_rw*/,
+    input  wire        rst_n /*verilator public_flat_rw*/,
+    input  wire        load /*verilator public_flat_rw*/,          // read the image file
+    input  wire        dump /*verilator public_flat_rw*/,          // write memory and profile out
+    input  wire        run /*verilator public_flat_rw*/,           // hold until the command is taken
+    input  wire [31:0] latency /*verilator public_flat_rw*/,       // least cycles from request to answer
+    input  wire [31:0] jitter /*verilator public_flat_rw*/,        // up to so many more
+    input  wire [31:0] refuse /*verilator public_flat_rw*/,        // per mille of cycles without mem_req_ready
+    input  wire [31:0] stall /*verilator public_flat_rw*/,         // per mille of cycles without an answer
+    input  wire [27:0] out_first /*verilator public_flat_rw*/,     // writes must lie in these beats
+    input  wire [27:0] out_last /*verilator public_flat_rw*/,
+    output reg         done /*verilator public_flat_rw*/,
+    output reg  [31:0] cycles /*verilator public_flat_rw*/,        // from the command's acceptance to DONE
+    output reg  [31:0] read_beats /*verilator public_flat_rw*/,
+    output reg  [31:0] write_beats /*verilator public_flat_rw*/,
+    output reg  [31:0] last_write /*verilator public_flat_rw*/,    // beat address of the latest write
+    output reg  [31:0] answer /*verilator public_flat_rw*/,
+    output reg  [31:0] violation /*verilator public_flat_rw*/      // 0, or the number of the broken rule
 );
     wire         cmd_ready, rsp_valid;
     wire [31:0]  rsp_data;

@@ -13,7 +13,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import cocotb_tools.config
 import numpy as np
 import numpy.typing as npt
 
@@ -146,24 +148,22 @@ class Simulator:
             return
         shutil.rmtree(self.build_folder, ignore_errors=True)
         self.build_folder.mkdir(parents=True)
-        arguments = ["-O3", "--x-assign", "fast", "-Wno-fatal", "--timing", "--output-split", "20000"]
-        arguments += ["--x-initial", "unique" if self.random_reset else "fast"]
-        arguments += ["-j", str(os.cpu_count() or 1)]
-        code = (
-            "from cocotb_tools.runner import get_runner; import json, sys; a = json.load(sys.stdin);"
-            "get_runner('verilator').build(sources=a['sources'], hdl_toplevel='bench',"
-            "build_dir=a['dir'], build_args=a['args'], waves=a['waves'],"
-            "parameters={'STEPS': a['steps']}, always=True)"
-        )
-        request = {
-            "sources": [str(exported.design), str(exported.models), str(_HERE / "bench.sv")],
-            "dir": str(self.build_folder),
-            "args": arguments,
-            "waves": self.waves,
-            "steps": self.steps,
-        }
+        # Not through cocotb's own build: it makes every signal public, so that Verilator
+        # can optimise none away. Only the bench's ports need to be visible.
+        libraries = cocotb_tools.config.libs_dir
+        main = cocotb_tools.config.share_dir / "lib" / "verilator" / "verilator.cpp"
+        command = ["verilator", "--cc", "--exe", "--build", "--vpi", "--timing", "-O3"]
+        command += ["-j", str(os.cpu_count() or 1), "--output-split", "20000"]
+        command += ["--x-assign", "fast", "--x-initial"]
+        command += ["unique" if self.random_reset else "fast"]
+        command += ["-Wno-fatal", "--timescale", "1ns/1ps", "--prefix", "Vtop"]
+        command += ["--Mdir", str(self.build_folder), "--top-module", "bench", "-o", "bench"]
+        command += [f"-GSTEPS={self.steps}"] + (["--trace-fst"] if self.waves else [])
+        link = f"-Wl,-rpath,{libraries} -L{libraries} -lcocotbvpi_verilator"
+        command += ["-LDFLAGS", link, str(main)]
+        command += [str(exported.design), str(exported.models), str(_HERE / "bench.sv")]
         log = self.build_folder / "build.log"
-        self._call(code, request, environment, log, "the simulator could not be built")
+        self._call(command, None, environment, log, "the simulator could not be built")
         stamp.write_text(digest.hexdigest())
 
     def run(self, image: Image, settings: Settings, name: str = "run") -> Result:
@@ -201,7 +201,7 @@ class Simulator:
         code = (
             "from cocotb_tools.runner import get_runner; import json, sys; a = json.load(sys.stdin);"
             "get_runner('verilator').test(test_module='sim.testbench', hdl_toplevel='bench',"
-            "build_dir=a['build'], test_dir=a['dir'], plusargs=a['plusargs'], waves=a['waves'],"
+            "build_dir=a['build'], test_dir=a['dir'], plusargs=a['plusargs'], waves=a['waves'],hdl_toplevel_lang='verilog',"
             "results_xml='results.xml')"
         )
         request = {
@@ -212,7 +212,8 @@ class Simulator:
         }
         began = time.monotonic()
         log = folder / "run.log"
-        self._call(code, request, environment, log, "the simulation stopped")
+        command = [sys.executable, "-c", code]
+        self._call(command, request, environment, log, "the simulation stopped")
         seconds = time.monotonic() - began
         result = folder / "result.json"
         if not result.exists():
@@ -233,12 +234,17 @@ class Simulator:
         )
 
     def _call(
-        self, code: str, request: dict, environment: dict[str, str], log: Path, what: str
+        self,
+        command: list[str],
+        request: dict[str, Any] | None,
+        environment: dict[str, str],
+        log: Path,
+        what: str,
     ) -> None:
-        # A process of its own: cocotb's runner changes folders and the environment.
+        # Processes of their own: cocotb's runner changes folders and the environment.
         with log.open("w") as out:
             done = subprocess.run(
-                [sys.executable, "-c", code],
+                command,
                 input=json.dumps(request),
                 text=True,
                 stdout=out,
