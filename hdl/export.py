@@ -12,6 +12,7 @@ from amaranth.back import rtlil
 from golden_model.config import Config
 from hdl.memory import MEMORY_MODELS, Memory, VerilogPlatform
 from hdl.top import Top
+from hdl.yosys import run_yosys
 
 #: Passes from Amaranth's RTLIL to readable Verilog. Initial values go: the reset is
 #: the only initialisation to rely on.
@@ -53,8 +54,6 @@ def to_rtlil(config: Config, top: str = "delta45_top") -> tuple[str, tuple[Memor
 
 def write_verilog(config: Config, folder: Path, top: str = "delta45_top") -> Exported:
     """Write ``{top}.v``, ``memories.v`` and the file list ``{top}.f`` into a folder."""
-    from pyosys import libyosys as yosys
-
     text, memories = to_rtlil(config, top)
     folder.mkdir(parents=True, exist_ok=True)
     exported = Exported(
@@ -63,13 +62,8 @@ def write_verilog(config: Config, folder: Path, top: str = "delta45_top") -> Exp
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, result = Path(scratch) / "top.il", Path(scratch) / "top.v"
         source.write_text(text)
-        design = yosys.Design()
-        for command in (
-            f"read_rtlil {source}",
-            *_PASSES,
-            f"write_verilog -norename -noattr {result}",
-        ):
-            yosys.run_pass(f"tee -q {command}", design)
+        final = f"write_verilog -norename -noattr {result}"
+        run_yosys([f"read_rtlil {source}", *_PASSES, final])
         write_atomically(exported.design, result.read_text())
     write_atomically(exported.models, MEMORY_MODELS)
     write_atomically(exported.file_list, f"{exported.design.name}\n{exported.models.name}\n")

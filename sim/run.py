@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -104,6 +105,22 @@ def verilator_environment() -> dict[str, str]:
     return environment
 
 
+def _digest(config: Config) -> str:
+    """Changes with anything that the compiled simulator depends on."""
+    digest = hashlib.sha256()
+    root = _HERE.parent
+    for folder in ("hdl", "golden_model"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    digest.update((_HERE / "bench.sv").read_bytes() + Path(__file__).read_bytes())
+    # Group size and sequence lengths come from the image, not from the build.
+    model = dataclasses.replace(config.model, group_size=64, seq_lens=(config.model.max_seq,))
+    digest.update(repr((model, config.hardware)).encode())
+    for package in ("amaranth", "pyosys", "verilator", "cocotb"):
+        digest.update(importlib.metadata.version(package).encode())
+    return digest.hexdigest()
+
+
 class Simulator:
     """A configuration's simulator, built on first use and kept in ``folder``.
 
@@ -138,14 +155,11 @@ class Simulator:
             SimulationError: a tool is missing or failed; names its log.
         """
         environment = verilator_environment()
-        exported = write_verilog(self.config, self.folder / "verilog")
-        digest = hashlib.sha256()
-        for path in (exported.design, exported.models, _HERE / "bench.sv"):
-            digest.update(path.read_bytes())
-        digest.update(environment["VERILATOR_ROOT"].encode())
         stamp = self.build_folder / "digest"
-        if stamp.exists() and stamp.read_text() == digest.hexdigest():
+        digest = _digest(self.config)
+        if stamp.exists() and stamp.read_text() == digest:
             return
+        exported = write_verilog(self.config, self.folder / "verilog")
         shutil.rmtree(self.build_folder, ignore_errors=True)
         self.build_folder.mkdir(parents=True)
         # Not through cocotb's own build: it makes every signal public, so that Verilator
@@ -164,7 +178,7 @@ class Simulator:
         command += [str(exported.design), str(exported.models), str(_HERE / "bench.sv")]
         log = self.build_folder / "build.log"
         self._call(command, None, environment, log, "the simulator could not be built")
-        stamp.write_text(digest.hexdigest())
+        stamp.write_text(digest)
 
     def run(self, image: Image, settings: Settings, name: str = "run") -> Result:
         """Run an image to DONE.
