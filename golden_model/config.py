@@ -184,7 +184,9 @@ def parse_config(data: Any, path: Path | None = None) -> Config:
         else:
             values[key] = _positive(value, where)
     keys = {f.name for f in dataclasses.fields(HardwareConfig)}
-    build = _mapping(top["hardware"], "hardware", keys, keys - {"resident", "logits_fifo", "formats"})
+    build = _mapping(
+        top["hardware"], "hardware", keys, keys - {"resident", "logits_fifo", "formats"}
+    )
     settings: dict[str, Any] = {}
     for key, value in build.items():
         where = f"hardware.{key}"
@@ -288,7 +290,9 @@ def _check(config: Config) -> None:
         value = getattr(h, key)
         require(value & (value - 1) == 0, f"hardware.{key}", "must be a power of two")
     require(2 <= r <= 64, "hardware.rows", "must be between 2 and 64")
-    require(r <= min(fan_ins), "hardware.rows", f"cannot exceed the smallest fan_in ({min(fan_ins)})")
+    require(
+        r <= min(fan_ins), "hardware.rows", f"cannot exceed the smallest fan_in ({min(fan_ins)})"
+    )
     require(2 <= v <= 8, "hardware.vector_lanes", "must be 2, 4 or 8")
     require(
         v <= min(m.mla_dr, m.n_experts, m.kda_dim, m.d_ff, m.mla_dv),

@@ -186,10 +186,7 @@ def build_image(
     image = np.zeros(layout.bytes, np.uint8)
     image[:HEADER_BYTES] = layout.header().view(np.uint8)
     table = np.array(
-        [
-            (fnv1a64(d.name) & 0xFFFFFFFF, d.address, d.bytes, d.aux)
-            for d in layout.descriptors
-        ],
+        [(fnv1a64(d.name) & 0xFFFFFFFF, d.address, d.bytes, d.aux) for d in layout.descriptors],
         np.uint32,
     )
     image[HEADER_BYTES : HEADER_BYTES + table.nbytes] = table.reshape(-1).view(np.uint8)
@@ -256,9 +253,7 @@ def read_image(data: npt.NDArray[np.uint8], model: ModelConfig) -> Image:
         raise ImageError(f"group_size {words[WORD_GROUP_SIZE]} (header word 20), not 64 or 128")
     length = int(words[WORD_SEQ_LEN])
     if not 1 <= length <= model.max_seq:
-        raise ImageError(
-            f"seq_len {length} (header word 19) is not within 1..{model.max_seq}"
-        )
+        raise ImageError(f"seq_len {length} (header word 19) is not within 1..{model.max_seq}")
     model = replace(model, group_size=int(words[WORD_GROUP_SIZE]))
     layout = Layout(model, length)
     for index, expected in enumerate(layout.header()):

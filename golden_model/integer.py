@@ -72,9 +72,7 @@ def matvec(fmts: Formats, x: Ints, matrix: Matrix) -> Ints:
     return convert(total, fmts.activation.frac + WEIGHT_FRAC, fmts.residual)
 
 
-def norm(
-    fmts: Formats, x: Ints, w: Ints, eps: int = RMS_EPS, gate: Ints | None = None
-) -> Ints:
+def norm(fmts: Formats, x: Ints, w: Ints, eps: int = RMS_EPS, gate: Ints | None = None) -> Ints:
     """RMSNorm of residual values [n], times (1 + w), times a gate: activations [n].
 
     ``eps`` is on the scale of squared residual values; ``gate`` has UNIT_FRAC bits.
@@ -128,7 +126,7 @@ def convolution(fmts: Formats, window: Ints, kernel: Ints) -> Ints:
 
 
 def decay(fmts: Formats, f: Ints, bias: Ints, rate: Ints) -> Ints:
-    """alpha = exp(−5·sigmoid(A·(f + dt_bias))), UNIT_FRAC bits."""
+    """Alpha = exp(−5·sigmoid(A·(f + dt_bias))), UNIT_FRAC bits."""
     t = (f + (bias << (RES_FRAC - PARAM_FRAC))) * rate
     t = saturate(round_shift(t, 8), fmts.residual)
     return exp2_negative(round_shift(sigmoid(t) * DECAY, DECAY_FRAC - (16 - UNIT_FRAC)))
@@ -204,7 +202,7 @@ def gated(fmts: Formats, gate: Ints, up: Ints) -> Ints:
 
 
 def accumulate(fmts: Formats, prefix: Ints, y: Ints, weight: int = ONE) -> Ints:
-    """prefix + weight·y, residual format."""
+    """Prefix + weight·y, residual format."""
     return saturate(prefix + round_shift(y * weight, UNIT_FRAC), fmts.residual)
 
 
@@ -334,9 +332,7 @@ class IntegerModel:
         self._record(name + "k", k)
         self._record(name + "v", self.values[layer][-1])
         keys, values = np.stack(self.keys[layer]), np.stack(self.values[layer])
-        context = [
-            latent_attention(fmts, q[i], keys[:, i], values[:, i]) for i in range(m.n_heads)
-        ]
+        context = [latent_attention(fmts, q[i], keys[:, i], values[:, i]) for i in range(m.n_heads)]
         self._record(name + "ctx", np.stack(context))
         return self._matvec(np.concatenate(context), name + "o")
 

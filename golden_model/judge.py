@@ -43,9 +43,7 @@ class Verdict:
         return self.one_minus_cos_max <= GOAL_ONE_MINUS_COS and bool(self.argmax_right.all())
 
 
-def judge(
-    logits: npt.ArrayLike, chosen: npt.ArrayLike, reference: npt.ArrayLike
-) -> Verdict:
+def judge(logits: npt.ArrayLike, chosen: npt.ArrayLike, reference: npt.ArrayLike) -> Verdict:
     """Compare logits [n, vocab] of any positive scale and choices [n] with the reference.
 
     Raises:

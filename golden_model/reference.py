@@ -12,7 +12,7 @@ import numpy.typing as npt
 from golden_model.config import ModelConfig
 from golden_model.weights import Matrix, Weights, tensors
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating]
 
 RMS_EPS = 1e-5
 L2_EPS = 1e-6
@@ -81,12 +81,8 @@ class Reference:
         m = model
         kda = [i for i, kind in enumerate(m.layers) if kind == "L"]
         mla = [i for i, kind in enumerate(m.layers) if kind == "F"]
-        self.state = {
-            i: np.zeros((m.kda_heads, m.kda_dim, m.kda_dim), np.float32) for i in kda
-        }
-        self.history = {
-            i: np.zeros((3, m.conv_kernel - 1, m.kda_width), np.float32) for i in kda
-        }
+        self.state = {i: np.zeros((m.kda_heads, m.kda_dim, m.kda_dim), np.float32) for i in kda}
+        self.history = {i: np.zeros((3, m.conv_kernel - 1, m.kda_width), np.float32) for i in kda}
         self.cache: dict[int, list[tuple[Floats, Floats]]] = {i: [] for i in mla}
 
     def run(self, tokens: npt.NDArray[np.int64]) -> Floats:

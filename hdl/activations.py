@@ -103,9 +103,7 @@ class ActivationBuffer(wiring.Component):
                 for i in range(0, slot.length, rows):
                     with m.Case(slot.group * per_read + i // rows):
                         start = slot.group * GROUP + i
-                        m.d.comb += Cat(self.data).eq(
-                            Cat(element(start + j) for j in range(rows))
-                        )
+                        m.d.comb += Cat(self.data).eq(Cat(element(start + j) for j in range(rows)))
             with m.Default():
                 m.d.comb += Cat(self.data).eq(Cat(element(j) for j in range(rows)))
 

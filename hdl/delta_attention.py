@@ -66,7 +66,7 @@ class DeltaAttention(wiring.Component):
         parts = dh // lanes  # column words of a state row
         words = heads * dh // v
         log_dh, log_parts = dh.bit_length() - 1, parts.bit_length() - 1
-        log_v, log_lanes = v.bit_length() - 1, lanes.bit_length() - 1
+        log_v = v.bit_length() - 1
 
         m.submodules.state = cells = Memory(layers * heads * parts * dh, lanes * state.width)
         vectors = {n: Memory(words, v * RES, single_port=True) for n in ("q", "k", "alpha")}
@@ -251,7 +251,9 @@ class DeltaAttention(wiring.Component):
                 held_word.eq(words_at[4]),
                 strength.eq(round_shift(rounded * beta[heads_at[4]], UNIT_FRAC)),
             ]
-            m.d.sync += [h.eq(round_shift(t[1], read_shift)) for h, t in zip(held_q, totals)]
+            m.d.sync += [
+                h.eq(round_shift(t[1], read_shift)) for h, t in zip(held_q, totals, strict=True)
+            ]
         m.d.comb += [
             updates.we.eq(end[4]),
             updates.waddr.eq(words_at[4]),

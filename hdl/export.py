@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from amaranth.back import rtlil
 
 from golden_model.config import Config
+from golden_model.files import write_atomically
 from hdl.memory import MEMORY_MODELS, Memory, VerilogPlatform
 from hdl.top import Top
 from hdl.yosys import run_yosys
@@ -34,17 +34,6 @@ class Exported:
     memories: tuple[Memory, ...]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a killed run leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def to_rtlil(config: Config, top: str = "delta45_top") -> tuple[str, tuple[Memory, ...]]:
     """RTLIL text of the chip, and its memories."""
     platform = VerilogPlatform()
@@ -56,9 +45,7 @@ def write_verilog(config: Config, folder: Path, top: str = "delta45_top") -> Exp
     """Write ``{top}.v``, ``memories.v`` and the file list ``{top}.f`` into a folder."""
     text, memories = to_rtlil(config, top)
     folder.mkdir(parents=True, exist_ok=True)
-    exported = Exported(
-        folder / f"{top}.v", folder / "memories.v", folder / f"{top}.f", memories
-    )
+    exported = Exported(folder / f"{top}.v", folder / "memories.v", folder / f"{top}.f", memories)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, result = Path(scratch) / "top.il", Path(scratch) / "top.v"
         source.write_text(text)

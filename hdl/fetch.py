@@ -151,9 +151,8 @@ class Fetch(wiring.Component):
         embedding = EmbeddingAddress(program)
 
         with m.FSM():
-            with m.State("IDLE"):
-                with m.If(self.start):
-                    m.next = "HEADER"
+            with m.State("IDLE"), m.If(self.start):
+                m.next = "HEADER"
             with m.State("HEADER"):
                 job(Job.HEADER)
                 linear(0, HEADER_BEATS)
@@ -357,7 +356,9 @@ class Fetch(wiring.Component):
 
         ranks = [op.rank if op.rank is not None else 0 for op in products]
         last = [i for i, op in enumerate(products) if op.rank == model.top_k - 1]
-        last_of_layer = {max(i for i in last if products[i].layer == li) for li in range(model.n_layers)}
+        last_of_layer = {
+            max(i for i in last if products[i].layer == li) for li in range(model.n_layers)
+        }
         return {
             "q": by_group("q", offsets(64), offsets(128)),
             "to_s": table("to_s", to_s),

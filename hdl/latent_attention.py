@@ -19,7 +19,7 @@ from golden_model.integer import (
 )
 from hdl.fixed import convert, round_shift, round_shift_by, saturate, tree_sum
 from hdl.functions import exp2_negative
-from hdl.layouts import RES, RES_FRAC, ScalarPort, Target, result_stream, slot_write
+from hdl.layouts import RES_FRAC, ScalarPort, Target, result_stream, slot_write
 from hdl.memory import Memory
 
 #: Bits of a score: |q·k|·log2(e)/sqrt(dk+dr) with 16 fractional bits.
@@ -129,7 +129,7 @@ class LatentAttention(wiring.Component):
         # Walk: parts of a position's word, positions, then the next pass or head.
         head = Signal(3)
         at, part = Signal(range(positions)), Signal(range(max(split, 2)))
-        scoring, summing, asking = Signal(), Signal(), Signal()
+        scoring, summing = Signal(), Signal()
         walking = Signal()
         m.d.comb += walking.eq(scoring | summing)
         last_part = part == split - 1

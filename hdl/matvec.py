@@ -11,7 +11,7 @@ S5 scale, S6 add groups and round.
 
 from __future__ import annotations
 
-from amaranth.hdl import Array, Cat, Module, Mux, Signal, signed
+from amaranth.hdl import Array, Module, Mux, Signal, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -194,9 +194,7 @@ class MatVec(wiring.Component):
                 group.eq(0),
                 chunk.eq(0),
                 store_at.eq(self.command.store),
-                scale_at.eq(
-                    self.command.scales + Mux(self.command.streamed & start, 2, 0)
-                ),
+                scale_at.eq(self.command.scales + Mux(self.command.streamed & start, 2, 0)),
             ]
 
         # S1: products, summed column by column.

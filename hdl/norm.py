@@ -10,8 +10,16 @@ from golden_model.config import Config
 from golden_model.fixed import UNIT_FRAC
 from golden_model.integer import NORMALISED, RMS_EPS
 from hdl.fixed import convert, round_shift, round_shift_by, saturate, tree_sum
-from hdl.layouts import PARAM_WRITE, RES, ParamUnit, ScalarPort, lanes, norm_job, slot_write
-from hdl.layouts import vector_stream
+from hdl.layouts import (
+    PARAM_WRITE,
+    RES,
+    ParamUnit,
+    ScalarPort,
+    lanes,
+    norm_job,
+    slot_write,
+    vector_stream,
+)
 from hdl.memory import Memory, ParamMemory
 
 
@@ -129,22 +137,20 @@ class Norm(wiring.Component):
                 m.d.comb += self.scalar.valid.eq(1)
                 with m.If(self.scalar.ready):
                     m.next = "WAIT"
-            with m.State("WAIT"):
-                with m.If(self.scalar.done):
-                    m.d.sync += [
-                        mantissa.eq(self.scalar.mantissa),
-                        exponent.eq(self.scalar.exponent),
-                    ]
-                    m.next = "EMIT"
+            with m.State("WAIT"), m.If(self.scalar.done):
+                m.d.sync += [
+                    mantissa.eq(self.scalar.mantissa),
+                    exponent.eq(self.scalar.exponent),
+                ]
+                m.next = "EMIT"
             with m.State("EMIT"):
                 m.d.comb += issue.eq(~self.hold)
                 with m.If(issue):
                     m.d.sync += word.eq(word + 1)
                     with m.If(word == (1 << job.log_words) - 1):
                         m.next = "DRAIN"
-            with m.State("DRAIN"):
-                with m.If(finishing):
-                    m.next = "IDLE"
+            with m.State("DRAIN"), m.If(finishing):
+                m.next = "IDLE"
 
         # Three stages behind the reads: 1/rms, weight, gate.
         slot = Signal(10)

@@ -84,7 +84,7 @@ class Program:
         self.params: list[Param] = []
         self.products: list[MatVecOp] = []
         self.steps: list[str | MixOp | int] = ["embed"]
-        self._beats = {unit: 0 for unit in ParamUnit}
+        self._beats = dict.fromkeys(ParamUnit, 0)
         self._norm_words: dict[str, int] = {}
         self._place_params()
         self._write_program()
@@ -155,9 +155,7 @@ class Program:
                 base = row * words if op.target == Target.RESIDUAL else op.base
                 self._product(replace(op, layer=i, ordinal=i, base=base))
         self._mix(row + 1, "res_out", "final_norm.w")
-        head = MatVecOp(
-            "head", m.d_model, m.vocab, "h", Function.IDENTITY, Target.LOGITS, "head"
-        )
+        head = MatVecOp("head", m.d_model, m.vocab, "h", Function.IDENTITY, Target.LOGITS, "head")
         self._product(head)
 
     def _product(self, op: MatVecOp) -> None:
@@ -182,7 +180,9 @@ class Program:
         d, p, dh = m.d_model, m.kda_width, m.kda_dim
         f = Function
 
-        def op(tensor: str, fan_in: int, fan_out: int, slot: str, function: Function, **to) -> MatVecOp:
+        def op(
+            tensor: str, fan_in: int, fan_out: int, slot: str, function: Function, **to
+        ) -> MatVecOp:
             return MatVecOp(name + tensor, fan_in, fan_out, slot, function, family="kda", **to)
 
         def low_rank(tensor: str, slot: str) -> MatVecOp:

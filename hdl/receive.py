@@ -168,22 +168,21 @@ class Receive(wiring.Component):
             with m.State("IDLE"):
                 m.d.comb += queue.pop.eq(1)
                 m.d.sync += [job.eq(queue.pop_data), count.eq(0)]
-                with m.If(queue.pop_valid):
-                    with m.Switch(queue.pop_data.kind):
-                        with m.Case(Job.HEADER):
-                            m.next = "HEADER"
-                        with m.Case(Job.DESCRIPTOR):
-                            m.next = "DESCRIPTOR"
-                        with m.Case(Job.PARAM):
-                            m.next = "PARAM"
-                        with m.Case(Job.TOKENS):
-                            m.next = "TOKENS"
-                        with m.Case(Job.EMBEDDING):
-                            m.next = "EMBEDDING_Q"
-                        with m.Case(Job.MATRIX):
-                            m.next = "MATRIX"
-                        with m.Case(Job.SKIP):
-                            m.d.comb += self.loaded.eq(1)
+                with m.If(queue.pop_valid), m.Switch(queue.pop_data.kind):
+                    with m.Case(Job.HEADER):
+                        m.next = "HEADER"
+                    with m.Case(Job.DESCRIPTOR):
+                        m.next = "DESCRIPTOR"
+                    with m.Case(Job.PARAM):
+                        m.next = "PARAM"
+                    with m.Case(Job.TOKENS):
+                        m.next = "TOKENS"
+                    with m.Case(Job.EMBEDDING):
+                        m.next = "EMBEDDING_Q"
+                    with m.Case(Job.MATRIX):
+                        m.next = "MATRIX"
+                    with m.Case(Job.SKIP):
+                        m.d.comb += self.loaded.eq(1)
             with m.State("HEADER"):
                 m.d.comb += [self.rsp_ready.eq(1), header.valid.eq(take), header.beat.eq(count)]
                 with m.If(take):
@@ -229,9 +228,8 @@ class Receive(wiring.Component):
                 m.d.comb += [self.rsp_ready.eq(1), embed.z_valid.eq(take)]
                 with m.If(take):
                     m.next = "EMBEDDING_OUT"
-            with m.State("EMBEDDING_OUT"):
-                with m.If(embed.done):
-                    m.next = "IDLE"
+            with m.State("EMBEDDING_OUT"), m.If(embed.done):
+                m.next = "IDLE"
             with m.State("MATRIX"):
                 m.d.comb += matrix_go.eq(1)
                 with m.If(matrix_done):

@@ -136,16 +136,14 @@ class Residual(wiring.Component):
                 m.d.comb += [reading.eq(1), scoring.eq(1)]
                 with m.If(pass_done):
                     m.next = "SHARES"
-            with m.State("SHARES"):
-                with m.If(shares_done):
-                    m.next = "MIX"
+            with m.State("SHARES"), m.If(shares_done):
+                m.next = "MIX"
             with m.State("MIX"):
                 m.d.comb += [reading.eq(1), mixing.eq(1)]
                 with m.If(pass_done):
                     m.next = "DRAIN"
-            with m.State("DRAIN"):
-                with m.If(drained):
-                    m.next = "IDLE"
+            with m.State("DRAIN"), m.If(drained):
+                m.next = "IDLE"
 
         # Weighted sum of the candidates of a word.
         valid1, first1, end1, last1 = (Signal(name=f"{n}1") for n in ("mv", "mf", "me", "ml"))

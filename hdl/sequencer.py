@@ -217,9 +217,7 @@ class Sequencer(wiring.Component):
         command = self.product
         streamed = ~fields["resident"]
         m.d.comb += [
-            command.store.eq(
-                store + Mux(fields["routed"], expert * program.expert_words, 0)
-            ),
+            command.store.eq(store + Mux(fields["routed"], expert * program.expert_words, 0)),
             command.scales.eq(
                 Mux(
                     streamed,
@@ -304,5 +302,3 @@ class Sequencer(wiring.Component):
 def clears(*sources: tuple[Value, Value]) -> list[Value]:
     """Scoreboard bits cleared by (complete, mark) pairs."""
     return [Mux(complete, 1 << mark, 0) for complete, mark in sources]
-
-

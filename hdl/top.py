@@ -78,9 +78,7 @@ class Top(wiring.Component):
         m.submodules.norm = norm = Norm(config, program.param_beats(ParamUnit.NORM_WEIGHT))
         m.submodules.residual = residual = Residual(config, mixer_beats)
         m.submodules.delta = delta = DeltaAttention(config)
-        m.submodules.latent = latent = LatentAttention(
-            config, program.slot_word("o"), MARK["o"]
-        )
+        m.submodules.latent = latent = LatentAttention(config, program.slot_word("o"), MARK["o"])
         m.submodules.router = router = Router(config)
         m.submodules.logits = logits = Logits(config)
         scalar_ports = [
@@ -239,9 +237,8 @@ class Top(wiring.Component):
                 m.d.comb += writing.eq(1)
                 with m.If(port.write_ready):
                     m.next = "FLUSH"
-            with m.State("FLUSH"):
-                with m.If(port.idle):
-                    m.next = "DONE"
+            with m.State("FLUSH"), m.If(port.idle):
+                m.next = "DONE"
             with m.State("DONE"):
                 m.d.comb += [self.rsp_valid.eq(1), self.rsp_data.eq(DONE)]
                 with m.If(self.rsp_ready):

@@ -15,7 +15,16 @@ from golden_model.config import Config
 from golden_model.fixed import DECAY, DECAY_FRAC, UNIT_FRAC
 from hdl.fixed import convert, round_shift, tree_sum
 from hdl.functions import exp2_negative, sigmoid
-from hdl.layouts import PARAM_WRITE, RES, RES_FRAC, Function, ParamUnit, Target, lanes, result_stream
+from hdl.layouts import (
+    PARAM_WRITE,
+    RES,
+    RES_FRAC,
+    Function,
+    ParamUnit,
+    Target,
+    lanes,
+    result_stream,
+)
 from hdl.memory import Memory, ParamMemory
 
 TAPS = 4
@@ -140,9 +149,7 @@ class VectorUnit(wiring.Component):
         is_gate = s3.tag.function == Function.GATE
         with m.If(is_gate):
             m.d.sync += s4.valid.eq(0)
-        gates = Array(
-            Signal(v * act.width, name=f"gate{i}") for i in range(model.d_ff // v)
-        )
+        gates = Array(Signal(v * act.width, name=f"gate{i}") for i in range(model.d_ff // v))
         gate_index = s3.index[: max((model.d_ff // v).bit_length() - 1, 1)]
         stored = Signal(lanes(signed(act.width), v))
         m.d.comb += stored.as_value().eq(gates[gate_index])
@@ -170,5 +177,3 @@ class VectorUnit(wiring.Component):
                     m.d.sync += s4.data[lane].eq(up << (RES_FRAC - act.frac))
         m.d.comb += self.out.eq(s4)
         return m
-
-

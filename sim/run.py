@@ -35,6 +35,17 @@ RULES = {
     6: "a write lies outside logits, argmax and status",
     7: "more reads in flight than the bench can hold",
 }
+#: Child process: cocotb's runner, told over standard input what to run.
+_RUNNER = """
+import json, sys
+from cocotb_tools.runner import get_runner
+a = json.load(sys.stdin)
+get_runner("verilator").test(
+    test_module="sim.testbench", hdl_toplevel="bench", hdl_toplevel_lang="verilog",
+    build_dir=a["build"], test_dir=a["dir"], plusargs=a["plusargs"], waves=a["waves"],
+    results_xml="results.xml",
+)
+"""
 _HERE = Path(__file__).resolve().parent
 
 
@@ -212,12 +223,6 @@ class Simulator:
         ]
         if self.random_reset:
             plusargs.append("+verilator+rand+reset+2")
-        code = (
-            "from cocotb_tools.runner import get_runner; import json, sys; a = json.load(sys.stdin);"
-            "get_runner('verilator').test(test_module='sim.testbench', hdl_toplevel='bench',"
-            "build_dir=a['build'], test_dir=a['dir'], plusargs=a['plusargs'], waves=a['waves'],hdl_toplevel_lang='verilog',"
-            "results_xml='results.xml')"
-        )
         request = {
             "build": str(self.build_folder),
             "dir": str(folder),
@@ -226,7 +231,7 @@ class Simulator:
         }
         began = time.monotonic()
         log = folder / "run.log"
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, "-c", _RUNNER]
         self._call(command, request, environment, log, "the simulation stopped")
         seconds = time.monotonic() - began
         result = folder / "result.json"

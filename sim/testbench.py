@@ -16,7 +16,7 @@ from cocotb.triggers import ClockCycles, First, RisingEdge
 
 
 @cocotb.test()
-async def run_image(dut) -> None:  # noqa: ANN001 - a simulator handle
+async def run_image(dut) -> None:
     """Reset, run to DONE, dump the memory."""
     settings = json.loads(Path(os.environ["DELTA45_RUN"]).read_text())
     Clock(dut.clk, 10, "ns", impl="gpi").start()

@@ -1,0 +1,3 @@
+"""delta45: a generator that turns one YAML file into a decoder chip."""
+
+__version__ = "0.1.0"
